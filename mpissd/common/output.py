@@ -53,9 +53,8 @@ def check_folder(asked: str, folder: Path) -> None:
     if not existing.is_dir():
         raise ConfigError(f"{asked}: {str(existing)!r} is not a folder")
     try:
-        with tempfile.TemporaryFile(
-            dir=existing
-        ):  # a file without a name leaves nothing after a kill
+        # The file has no name, so a kill leaves nothing behind.
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(f"{asked}: {str(existing)!r} cannot be written") from error

@@ -73,8 +73,7 @@ class Facts:
     def draft(self, name: str) -> NDArray[Any]:
         """Returns the column `name` of the table that the draft rank recorded, [rounds]."""
         rows = self.array("draft_rounds")
-        column: NDArray[Any] = rows[:, self.rounds["draft_columns"].tolist().index(name)]
-        return column
+        return rows[:, self.rounds["draft_columns"].tolist().index(name)]
 
 
 def _finite(facts: Facts) -> Faults:

@@ -94,20 +94,20 @@ class Sent:
 
 
 def sent_outcome(seed: int) -> Sent:
-    message, made = SHAPE.message(Kind.OUTCOME), outcome(seed)
+    message, made = Message(Kind.OUTCOME, SHAPE), outcome(seed)
     wire.write_outcome(message, made, stop=seed % 2 == 1)
     return Sent(message, HEADER + made.rows.size, lambda: wire.read_outcome(message, ROUND - 1))
 
 
 def sent_speculation(seed: int) -> Sent:
-    message, made = SHAPE.message(Kind.SPECULATION), speculation(seed)
+    message, made = Message(Kind.SPECULATION, SHAPE), speculation(seed)
     wire.write_speculation(message, made)
     size = HEADER + made.rows.size
     return Sent(message, size, lambda: wire.read_speculation(message, ROUND, BATCH))
 
 
 def sent_plan(seed: int) -> Sent:
-    message, parts = SHAPE.message(Kind.PLAN), (outcome(seed), speculation(seed))
+    message, parts = Message(Kind.PLAN, SHAPE), (outcome(seed), speculation(seed))
     wire.write_outcome(message, parts[0], seed % 2 == 1, parts[1])
     size = HEADER + sum(part.rows.size for part in parts)
     return Sent(message, size, lambda: wire.read_plan(message, ROUND))
@@ -118,13 +118,13 @@ def distributions(seed: int) -> list[Any]:
 
 
 def sent_proposals(seed: int) -> Sent:
-    message = SHAPE.message(Kind.PROPOSALS)
+    message = Message(Kind.PROPOSALS, SHAPE)
     size = wire.write_proposals(message, ROUND, distributions(seed))
     return Sent(message, size, lambda: wire.read_proposals(message, ROUND, BATCH))
 
 
 def sent_prompts(seed: int) -> Sent:
-    message, made = SHAPE.message(Kind.PROMPT), admission(seed)
+    message, made = Message(Kind.PROMPT, SHAPE), admission(seed)
     size = wire.write_prompts(message, made)
     bare = Outcome(made.round, made.rows)
     return Sent(message, size, lambda: wire.read_prompts(message, bare))
@@ -222,7 +222,7 @@ def test_what_is_no_sampling_is_refused(packed: bytes, monkeypatch: pytest.Monke
 @settings(max_examples=60)
 @given(numbers=st.lists(st.integers(-3, 9) | st.integers(-(2**31), 2**31 - 1), max_size=20))
 def test_prompts_of_any_numbers_are_refused(numbers: list[int]) -> None:
-    message, made = SHAPE.message(Kind.PROMPT), admission(0)
+    message, made = Message(Kind.PROMPT, SHAPE), admission(0)
     message.write(made.round, len(made.fresh), [np.array(numbers, np.int32)])
     refused(Sent(message, 0, lambda: wire.read_prompts(message, Outcome(made.round, made.rows))))
 
@@ -240,7 +240,7 @@ def test_the_largest_sampling_fits_its_message() -> None:
 
 def test_large_messages_are_checked_by_a_fold() -> None:
     """Distributions of a large vocabulary: any one bit counts there, too."""
-    message = LinkShape(0, 2, 4, vocab=30_011).message(Kind.PROPOSALS)
+    message = Message(Kind.PROPOSALS, LinkShape(0, 2, 4, vocab=30_011))
     rows = np.random.default_rng(0).uniform(0, 1, (8, 30_011)).astype(np.float32)
     wire.write_proposals(message, ROUND, list(rows))
     assert (wire.read_proposals(message, ROUND, 8) == rows).all()

@@ -12,7 +12,6 @@ from mpissd.engine.comm.topology import Topology
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import Shard
 from mpissd.engine.session.session import Models
-from mpissd.lab.probe.command import kinds
 from mpissd.lab.probe.measure import FORWARD_ROWS, GroupProbe
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +45,7 @@ def probed(backend: Any, found: Job) -> dict[int | None, dict[str, Any]]:
     faults: list[str] = []
     group = GroupProbe(backend, MPI.COMM_SELF, WAITER, faults, "measured: here")
     entries = {}
-    for most in kinds(backend):
+    for most in (backend.few_rows, None) if backend.few_rows else (None,):
         rows = [n for n in FORWARD_ROWS if most is None or n <= most]
         shard = Shard(found.target)
         entries[most] = group.forwards(SoloGroup(), shard, found.options, rows, 1, most)

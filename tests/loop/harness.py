@@ -197,13 +197,13 @@ class QueuePlans:
         self.queues: list[queue.SimpleQueue[Ints]] = [queue.SimpleQueue() for _ in range(followers)]
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        buffer = self.shape.message(wire.Kind.PLAN)
+        buffer = wire.Message(wire.Kind.PLAN, self.shape)
         wire.write_outcome(buffer, outcome, stop, speculation)
         for follower in self.queues:
             follower.put(buffer.array)
 
     def plan(self, follower: int, round_: int) -> tuple[Outcome, Speculation, bool]:
-        buffer = self.shape.message(wire.Kind.PLAN)
+        buffer = wire.Message(wire.Kind.PLAN, self.shape)
         np.copyto(buffer.array, self.queues[follower].get(timeout=60))
         return wire.read_plan(buffer, round_)
 

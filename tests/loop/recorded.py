@@ -48,5 +48,5 @@ def recording_of(
 ) -> Recording:
     """The recording of the job's first `count` prompts, and of how its fast backup drafts."""
     parts = [recorded(laws, laws.prompt(n), limit, K, F, stop) for n in range(count)]
-    longest, filler = laws.draft.order + 1, laws.draft.likeliest
-    return Recording(laws.vocab, parts, {"target": "table", "draft": "table"}, longest, filler)
+    vocab, longest, filler = laws.draft.vocab, laws.draft.order + 1, laws.draft.likeliest
+    return Recording(vocab, parts, {"target": "table", "draft": "table"}, longest, filler)

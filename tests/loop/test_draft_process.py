@@ -18,8 +18,8 @@ from prometheus_client import REGISTRY
 
 from mpissd.common.errors import MpissdError
 from mpissd.common.rounds import Event, Outcome, Request, Sampling
+from mpissd.engine.comm import wire
 from mpissd.engine.comm.peer import Address, Connection
-from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, write_outcome, write_prompts
 from mpissd.engine.features.draft_client import DraftClient
 from mpissd.huggingface import Candidates
 from mpissd.vllm import Proposer
@@ -28,7 +28,7 @@ from tests.scripts import refused, until
 from tests.tiny_pair import TinyPair, tiny_pair
 
 V, K, LONGEST = 61, 3, 96
-SHAPE = LinkShape(0, 4, K, prompt_tokens=LONGEST)
+SHAPE = wire.LinkShape(0, 4, K, prompt_tokens=LONGEST)
 START_S, PATIENCE_S = 120.0, 5.0
 Ends = tuple[socket.socket, Connection]
 # Recorded of vLLM 0.32 with a proposer of its own: [sampled tokens by row, lengths, requests], one
@@ -328,13 +328,13 @@ def test_a_protocol_breaker_is_left(
     client = DraftClient(flags, K, PATIENCE_S, SHAPE.batch, LONGEST)
     until(lambda: client._open() is not None, START_S)
     peer, process = client._connection, client._process
-    sent, prompt = map(SHAPE.message, (Kind.OUTCOME, Kind.PROMPT))
+    sent, prompt = (wire.Message(kind, SHAPE) for kind in (wire.Kind.OUTCOME, wire.Kind.PROMPT))
     prompts = {(0, 0): Request(0, bonus, 0, (1, token, bonus), Sampling(seed=seed))}
     outcome = Outcome(-1, np.array([[0, 0, event, 0, bonus]], np.int32), prompts)
-    write_outcome(sent, outcome)
-    peer.socket.send(sent.array[: HEADER + Outcome.WIDTH].data)
+    wire.write_outcome(sent, outcome)
+    peer.socket.send(sent.array[: wire.HEADER + Outcome.WIDTH].data)
     if event == Event.ADMIT:
-        peer.socket.send(prompt.array[: write_prompts(prompt, outcome)].data)
+        peer.socket.send(prompt.array[: wire.write_prompts(prompt, outcome)].data)
     assert process.wait(START_S) == 0  # its only client was left
     client.close()
 
@@ -350,15 +350,15 @@ def ends() -> Iterator[Ends]:
 
 
 def packed(*numbers: int, size: int | None = None) -> bytes:
-    message = SHAPE.message(Kind.SPECULATION)
+    message = wire.Message(wire.Kind.SPECULATION, SHAPE)
     end = message.write(0, 1, [np.array(numbers, np.int32)])
     if size is not None:
-        message.array[Header._fields.index("size")] = size
+        message.array[wire.Header._fields.index("size")] = size
     return message.array[:end].tobytes()
 
 
 def test_messages_end_where_their_headers_say(ends: Ends) -> None:
-    (sender, own), message = ends, SHAPE.message(Kind.SPECULATION)
+    (sender, own), message = ends, wire.Message(wire.Kind.SPECULATION, SHAPE)
     sent = packed(1, 2, 3)
     for byte in sent[:-1]:
         sender.send(bytes([byte]))
@@ -379,7 +379,7 @@ def test_cut_and_large_messages(ends: Ends, sent: bytes, told: str) -> None:
     sender.send(sent)
     sender.close()
     with pytest.raises(MpissdError, match=told):
-        until(lambda: own.receive(SHAPE.message(Kind.SPECULATION)))
+        until(lambda: own.receive(wire.Message(wire.Kind.SPECULATION, SHAPE)))
 
 
 def test_a_draft_without_the_clients_key(ends: Ends) -> None:

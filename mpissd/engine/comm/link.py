@@ -94,11 +94,11 @@ class LeadEnd:
         self.waiter = waiter
         self.lookahead = shape.lookahead
         self.sampled = shape.sampled
-        self._outcomes = outbox(shape.message(Kind.OUTCOME))
-        self._speculations = inbox(shape.message(Kind.SPECULATION))
-        self._prompts = outbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
-        self._proposals = inbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
-        self._branches = inbox(shape.message(Kind.BRANCHES)) if shape.branches else None
+        self._outcomes = outbox(Message(Kind.OUTCOME, shape))
+        self._speculations = inbox(Message(Kind.SPECULATION, shape))
+        self._prompts = outbox(Message(Kind.PROMPT, shape)) if shape.prompt_tokens else None
+        self._proposals = inbox(Message(Kind.PROPOSALS, shape)) if shape.sampled else None
+        self._branches = inbox(Message(Kind.BRANCHES, shape)) if shape.branches else None
         self._ready: ReadyBranches | None = None  # the last branches received
         self._unended = 0  # how many stops the draft has not yet answered by its last branches
         # What branches have served of rounds whose answers are still to come.
@@ -246,11 +246,11 @@ class DraftEnd:
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
     ) -> None:
         self._waiter = waiter
-        self._outcomes = inbox(shape.message(Kind.OUTCOME))
-        self._speculations = outbox(shape.message(Kind.SPECULATION))
-        self._prompts = inbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
-        self._proposals = outbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
-        self._branches = outbox(shape.message(Kind.BRANCHES)) if shape.branches else None
+        self._outcomes = inbox(Message(Kind.OUTCOME, shape))
+        self._speculations = outbox(Message(Kind.SPECULATION, shape))
+        self._prompts = inbox(Message(Kind.PROMPT, shape)) if shape.prompt_tokens else None
+        self._proposals = outbox(Message(Kind.PROPOSALS, shape)) if shape.sampled else None
+        self._branches = outbox(Message(Kind.BRANCHES, shape)) if shape.branches else None
 
     @property
     def pushes(self) -> bool:

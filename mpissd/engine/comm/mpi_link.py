@@ -96,11 +96,11 @@ class PlanSender:
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         followers = range(1, comm.size)
         self.num_followers = len(followers)
-        self._plans = MpiOutbox(comm, followers, shape.message(Kind.PLAN), waiter)
-        self._starts = MpiOutbox(comm, followers, shape.message(Kind.START), waiter)
+        self._plans = MpiOutbox(comm, followers, Message(Kind.PLAN, shape), waiter)
+        self._starts = MpiOutbox(comm, followers, Message(Kind.START, shape), waiter)
         self._prompts: MpiOutbox | None = None
         if shape.prompt_tokens:
-            self._prompts = MpiOutbox(comm, followers, shape.message(Kind.PROMPT), waiter)
+            self._prompts = MpiOutbox(comm, followers, Message(Kind.PROMPT, shape), waiter)
         self.num_messages = self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
@@ -144,10 +144,10 @@ class PlanReceiver:
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._waiter = waiter
-        self._plans = MpiInbox(comm, 0, shape.message(Kind.PLAN))
-        self._starts = MpiInbox(comm, 0, shape.message(Kind.START))
+        self._plans = MpiInbox(comm, 0, Message(Kind.PLAN, shape))
+        self._starts = MpiInbox(comm, 0, Message(Kind.START, shape))
         has_prompts = shape.prompt_tokens > 0
-        self._prompts = MpiInbox(comm, 0, shape.message(Kind.PROMPT)) if has_prompts else None
+        self._prompts = MpiInbox(comm, 0, Message(Kind.PROMPT, shape)) if has_prompts else None
 
     def outcome_arrived(self) -> bool:
         """Returns whether a plan has arrived, without blocking."""

@@ -134,10 +134,6 @@ class LinkShape:
         }
         return self.batch * each[kind]
 
-    def message(self, kind: Kind) -> Message:
-        """Allocates a message of this kind."""
-        return Message(kind, self)
-
 
 class Message:
     """The preallocated buffer `array` of one message, int32 [HEADER + capacity], with space for

@@ -131,15 +131,6 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
     return token, float(exact[token] / total), row
 
 
-def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
-    """Samples the next child of a node of a draft tree, without replacement. row: the float32
-    distribution from which the previous child, token `taken`, was drawn. u: a uniform number.
-    Returns (the token, its probability q, the distribution without `taken`)."""
-    left = row.astype(np.float64)
-    left[taken] = 0.0
-    return propose(left, u)
-
-
 def residual(p: Floats, q: Floats) -> Floats | None:
     """Returns max(p − q, 0), normalised: what the target, with distribution p, draws from after it
     rejects a token drawn from q. Returns None if p = q."""

@@ -119,15 +119,10 @@ class MarkovLaws:
     saguaro_c: float = 1.0
     prompt_tokens: int = 1
 
-    @property
-    def vocab(self) -> int:
-        """The size V of the vocabulary."""
-        return self.target.vocab
-
     def prompt(self, request_id: int) -> list[int]:
         """Returns a sequence's prompt, with tokens drawn uniformly from the vocabulary."""
         u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
-        return [int(x) for x in u * self.vocab]
+        return [int(x) for x in u * self.target.vocab]
 
 
 class MarkovDraft(SampledDraft):
@@ -223,7 +218,7 @@ class MarkovWorkload(Workload):
 
     @property
     def vocab(self) -> int:
-        return self.laws.vocab
+        return self.laws.target.vocab
 
     @property
     def samples(self) -> bool:
@@ -233,7 +228,7 @@ class MarkovWorkload(Workload):
     def law(self) -> str:
         laws = self.laws
         return (
-            f"markov models of {laws.vocab} tokens, order {laws.target.order}, "
+            f"markov models of {laws.target.vocab} tokens, order {laws.target.order}, "
             f"divergence {laws.draft.divergence:g}; "
             f"temperature {laws.temperature:g}, Saguaro C {laws.saguaro_c:g}"
         )
@@ -269,7 +264,7 @@ class MarkovWorkload(Workload):
         laws = self.laws
         return {
             "temperature": laws.temperature,
-            "vocab": laws.vocab,
+            "vocab": laws.target.vocab,
             "order": laws.target.order,
             "divergence": laws.draft.divergence,
             "saguaro_c": laws.saguaro_c,

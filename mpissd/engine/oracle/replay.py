@@ -384,8 +384,7 @@ class RecordedDraft(RecordedStream):
         is_served = (top[..., None] == served[:, :, None]).any(axis=-1)
         order = np.argsort(is_served, axis=-1, kind="stable")  # children last
         places = order[:, np.arange(len(nodes)), ranks]
-        candidates: Ints = np.take_along_axis(top, places[..., None], axis=-1)[..., 0]
-        return candidates
+        return np.take_along_axis(top, places[..., None], axis=-1)[..., 0]
 
 
 def levels_of(part: Recorded, lookahead: int) -> Ids:

@@ -259,8 +259,9 @@ class SampledDraft(DraftOracle):
         proposal: the child of the node that was drawn before, with probability q < 1."""
         token = proposal.token
         assert proposal.row is not None, "a sibling of a certain token"
-        entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
-        entry, q, row = sampling.propose_other(np.asarray(proposal.row), entry, u)
+        left = np.asarray(proposal.row).astype(np.float64)
+        left[token if self._ids is None else np.searchsorted(self._ids, token)] = 0.0
+        entry, q, row = sampling.propose(left, u)
         return Proposal(self._named(entry), q, row)
 
     @abstractmethod

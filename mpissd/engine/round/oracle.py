@@ -27,8 +27,6 @@ Proposals = Callable[[int, int], NDArray[np.float32]]
 # Each of T target ranks passes its logits [rows, V/T]; rank 0 gets all, float32 [T, rows, V/T].
 LogitsGather = Callable[[Logits, Waiter], Logits]
 OpenGather = Callable[[], LogitsGather]
-_NO_LOGPROBS: Mapping[int, list[Logprob]] = {}
-_NO_TOKENS: Mapping[int, list[int]] = {}
 
 
 class Oracle:
@@ -87,12 +85,12 @@ class TargetOracle(Oracle, ABC):
         """Returns, by batch row, the tokens after the bonus token at places where a grammar allows
         only one token. These are committed with no forward. accepted, bonus: the result of `judge`.
         The default returns none."""
-        return _NO_TOKENS
+        return {}
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns, by batch row, the log-probabilities of a round's emitted tokens, for requests
         that ask for them. accepted, bonus: the result of `judge`. The default returns none."""
-        return _NO_LOGPROBS
+        return {}
 
     def scored(self, parts: Sequence[Part]) -> Sequence[Scored]:
         """Returns the log-probabilities of the prompts' tokens that follow `parts`, which

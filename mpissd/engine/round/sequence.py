@@ -364,8 +364,7 @@ class Batch:
         later = self.lengths - 1
         if self.placement.window is not None:
             later %= self.placement.window
-        position: Index = self._base[self.slots] + later
-        return position
+        return self._base[self.slots] + later
 
     def gaps(self, rows: Sequence[int] | Index, spare: int = 0) -> list[Gap]:
         """Returns the positions that are not stored in the KV cache, as one Gap for each batch row
@@ -515,9 +514,4 @@ def trunk_places(slots: Index, positions: Index) -> Places:
 
 def int32_places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
     """Returns the arguments, one number a row of a forward, as int32 fields of Places."""
-    return Places(
-        slots.astype(np.int32),
-        positions.astype(np.int32),
-        lanes.astype(np.int32),
-        trunks.astype(np.int32),
-    )
+    return Places(*np.array((slots, positions, lanes, trunks), np.int32))

@@ -117,9 +117,8 @@ class _Beside:
         ways = [(m, False) for m in modes] + [("sd", True)] * bool(self._masks)
         narrow, wide = ([(Family(m, tp, 0), p) for m, p in ways] for tp in (first.tp, first.gpus))
         own = first, run.parallel_drafting
-        has_best_k = (
-            first.mode == "sd" and not run.tree
-        )  # whether the run's own mode is also measured at its best K
+        # Whether the run's own mode is also measured at its best K.
+        has_best_k = first.mode == "sd" and not run.tree
         others = [use for use in narrow if use != own or has_best_k]
         is_chain = run.mode == "ssd" and run.backup == "jit" and not run.tree
         others += [(first, True)] * bool(is_chain and self._masks and not run.parallel_drafting)

@@ -381,8 +381,7 @@ class WarmUp:
     def column(self, name: str) -> NDArray[Any]:
         """Returns the column of `rounds` that has this name in DraftLog.COLUMNS."""
         assert self.rounds is not None, "a warm-up without a draft"
-        values: NDArray[Any] = self.rounds[:, DraftLog.COLUMNS.index(name)]
-        return values
+        return self.rounds[:, DraftLog.COLUMNS.index(name)]
 
 
 def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:

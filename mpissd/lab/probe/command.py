@@ -22,7 +22,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError, GateError
 from mpissd.common.output import json_line
 from mpissd.common.wait import sharpen_sleep
-from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.topology import Refused, agree, agreed
 from mpissd.engine.job import DRAFT, TARGET, Need, resolve
@@ -54,12 +53,6 @@ def execute_probe(config: RunConfig, name: str | None = None, brief: bool = Fals
         with progress_line(config) as show:
             Prober(session, show, brief=brief).run(name)
     return 0
-
-
-def kinds(backend: Backend) -> list[int | None]:
-    """Returns the largest row count of each matrix kernel that a job may use (None: no limit),
-    smallest first. Some backends have a further kernel for small row counts."""
-    return [backend.few_rows, None] if backend.few_rows else [None]
 
 
 class Prober:
@@ -185,7 +178,8 @@ class Prober:
         shares: list[Entry] = []
         if not config.is_transformer:
             counts = sorted({*FORWARD_ROWS, *need.buckets})
-            for limit in kinds(self._session.backend):
+            few = self._session.backend.few_rows  # 0: no further kernel for small row counts
+            for limit in (few, None) if few else (None,):
                 rows = [count for count in counts if limit is None or count <= limit]
                 entry = probe.forwards(group, shard, options, rows, config.batch_size, limit)
                 entries.append(entry)

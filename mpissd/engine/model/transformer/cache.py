@@ -89,9 +89,8 @@ class PageTable:
         self.row_places = row_places
         self.sizes = sizes
         self.held = [0] * sizes.slots
-        self._blank = list(
-            range(sizes.num_pages - 1, -1, -1)
-        )  # free pages whose contents nobody can share; pages are taken from the end
+        # Free pages whose contents nobody can share. Pages are taken from the end.
+        self._blank = list(range(sizes.num_pages - 1, -1, -1))
         self._kept: dict[int, None] = {}  # reusable pages that no sequence holds, oldest first
         self._holders = [0] * sizes.num_pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)

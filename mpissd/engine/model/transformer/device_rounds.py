@@ -196,8 +196,7 @@ class RoundStage:
             step(s, slice(s * count, (s + 1) * count), slot, position)
 
     def _table(self, s: int) -> Ints:
-        table: Ints = self.sheet.table if self.shapes is None else self.shapes.tables[s]
-        return table
+        return self.sheet.table if self.shapes is None else self.shapes.tables[s]
 
     def _put(
         self, ends: Ends, row: int, s: int, node: int, token: int, slot: int, position: int

@@ -138,28 +138,6 @@ def exp(x):
 
 
 @njit(**JIT)
-def keep(x, row_places, states, rows):
-    """Stores hidden states as Ops.keep does."""
-    for m in range(rows):
-        slot = row_places[_SLOT, m]
-        position = row_places[_POSITION, m] + 1
-        if slot >= 0 and row_places[_LANE, m] < 0 and position < states.shape[1]:
-            for column in range(states.shape[2]):
-                states[slot, position, column] = x[m, column]
-
-
-@njit(**JIT)
-def recall(target, draft, row_places, hidden, rows):
-    """Reads the last hidden states as Ops.recall does."""
-    for m in range(rows):
-        slot = row_places[_SLOT, m]
-        position = row_places[_POSITION, m]
-        states = draft if 0 <= row_places[_TRUNK, m] < position else target
-        for column in range(states.shape[2]):
-            hidden[m, column] = states[slot, position, column] if slot >= 0 else np.float32(0)
-
-
-@njit(**JIT)
 def inverse_rms(row, eps):
     """Returns 1 / √(mean of squares + eps) of a vector; the squares add up in 8 partial sums."""
     a = b = c = d = e = f = g = h = np.float32(0)
@@ -219,17 +197,6 @@ def turn_heads(qkv, first, heads, width, weight, eps, cosines, sines, position, 
             cosine, sine = cosines[position, k], sines[position, k]
             qkv[m, start + k] = low * cosine - high * sine
             qkv[m, start + half + k] = high * cosine + low * sine
-
-
-@njit(**JIT)
-def sum_parts(parts, delta, rows):
-    """Sets delta[:rows] to the sum of all ranks' parts, [T, rows, width], in order of ranks."""
-    for m in range(rows):
-        for k in range(parts.shape[2]):
-            total = parts[0, m, k]
-            for rank in range(1, parts.shape[0]):
-                total += parts[rank, m, k]
-            delta[m, k] = total
 
 
 @njit(**JIT)

@@ -181,12 +181,20 @@ class NumbaOps(Ops):
         return np.zeros((slots, positions, self._config.shape.hidden), np.float32)
 
     def keep(self, x: Floats, cache: CpuCache, states: Floats, count: int) -> None:
-        kernels.keep(x, cache.places[0], states, count)
+        slots, positions, lanes, _ = cache.places[0][:, :count]
+        kept = (slots >= 0) & (lanes < 0) & (positions + 1 < states.shape[1])
+        states[slots[kept], positions[kept] + 1] = x[:count, : states.shape[2]][kept]
 
     def recall(
         self, target: Floats, draft: Floats, cache: CpuCache, hidden: Floats, count: int
     ) -> None:
-        kernels.recall(target, draft, cache.places[0], hidden, count)
+        slots, positions, _, trunks = cache.places[0][:, :count]
+        read = hidden[:count, : target.shape[2]]
+        read[...] = 0
+        is_drafted = (trunks >= 0) & (trunks < positions)
+        for states, rows in ((target, ~is_drafted), (draft, is_drafted)):
+            rows &= slots >= 0
+            read[rows] = states[slots[rows], positions[rows]]
 
     def begin(self, cache: CpuCache, rows: int) -> None:
         """Does nothing, because operations read the rows' places where the host wrote them."""
@@ -238,7 +246,9 @@ class NumbaOps(Ops):
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
         parts = np.empty((group.size, count, delta.shape[1]), np.float32)
         group.all_gather(delta[:count], parts)
-        kernels.sum_parts(parts, delta, count)
+        delta[:count] = parts[0]
+        for part in parts[1:]:  # in order of ranks, so that every rank gets the same bits
+            delta[:count] += part
 
     def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
         kernels.top_k(logits.scores, logits.width, k, ids, values, count)
