@@ -72,8 +72,7 @@ def _of_shares(
 ) -> list[Forward]:
     """Returns the forwards of a model shard, derived from measurements in which one rank computed
     such a share alone, by adding the duration of the all-reduces; [] if it was not measured. Within
-    one kernel, one-shot all-reduces are taken to last their latency less _WITHIN_S, whatever the
-    rows."""
+    one kernel, one-shot all-reduces of any rows are taken to last their latency less _WITHIN_S."""
     derived = []
     key = shard.key(sequences, options)
     for alone in profile.kernels(key, shard.num_params(options), alone=True):
