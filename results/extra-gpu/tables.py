@@ -1,7 +1,6 @@
 """Prints the tables of docs/study.md, docs/map.md and pools.md: python -m results.extra-gpu.tables
 
 measured   every measured use of as many GPUs
-equal      the share of their floor at which forwards run, and SSD's gain at equal shares
 map        the map's lines for one sequence on one host
 rows       the map's cells that were measured, too
 closed     the closed form beside measured gains
@@ -41,10 +40,7 @@ from analysis.figures.study import (
 )
 from analysis.rows import Data, load
 from analysis.select import ratio, where
-from mpissd.common.config import RunConfig
-from mpissd.lab.plan.candidates import pair_job
 from mpissd.lab.tables.compare import Comparison
-from mpissd.lab.tables.uses import Family
 from results.pages import Lines, head, line, printed, share
 
 HERE = Path(__file__).resolve().parent
@@ -60,8 +56,7 @@ class Answer:
     strongest: the fastest use but SSD. gain: SSD over it. everywhere: the same over all prompts of
     the recording, as text with its interval over prompts; stepwise: there without drafts of one
     forward; "" if unknown. alone: the fastest use of one GPU over SSD there. gains: all of these as
-    numbers. shares: of their floor, the verifications of SSD and of the strongest other use, and a
-    forward of the draft in SSD. equal: SSD over the other use if all had SSD's verification's."""
+    numbers."""
 
     pair: str
     prompts: str
@@ -73,8 +68,6 @@ class Answer:
     stepwise: str
     alone: float
     gains: tuple[float, ...]
-    shares: tuple[float, float, float]
-    equal: float
 
     @property
     def gain_text(self) -> str:
@@ -110,15 +103,6 @@ def measured() -> Lines:
         yield line([place, *cells, answer.gain_text, answer.everywhere or "–"])
 
 
-def equal() -> Lines:
-    """Yields the table of the shares of their floor at which forwards run."""
-    names = "SSD's verification", "the other's", "a draft forward", "SSD at equal shares"
-    yield from head("pair, prompts, GPUs", *names)
-    for answer in _answers():
-        place = f"{answer.pair} {answer.prompts}, {answer.gpus}"
-        yield line([place, *map(_share, (*answer.shares, answer.equal))])
-
-
 def _answers() -> Iterator[Answer]:
     every = with_rates(data())
     shared = every["setting"].isin(where(every, mode="ssd")["setting"]) & every["ranks"].gt(1)
@@ -141,8 +125,6 @@ def _answers() -> Iterator[Answer]:
             stepwise=_over_prompts(*steps),
             alone=one / all_prompts[0]["rate"].median(),
             gains=(over.speedup, gain_between(*all_prompts), gain_between(*steps)),
-            shares=_shares(*all_prompts),
-            equal=_equal(*all_prompts),
         )
 
 
@@ -183,44 +165,6 @@ def _counts() -> dict[tuple[object, ...], dict[str, list[int]]]:
         tuple(tuple(of) if isinstance(of, list) else of for of in counts["shape"]): counts
         for counts in lines
     }
-
-
-def _draft_floor_s(runs: pd.DataFrame) -> float:
-    """Returns the seconds in which a forward of the draft reads its weights (2 bytes each)."""
-    models = {name: runs[name].iloc[0] for name in ("target", "draft")}
-    job = pair_job(RunConfig(**models, forward="transformer"), Family("sd", 1, 0))
-    assert job.draft_shard is not None, "rows with a draft"
-    weights = job.draft_shard.num_params(job.draft_options)
-    rate = runs["row"].map(lambda row: row.read_bytes_per_s).median()
-    return float(job.draft_shard.read_bytes(weights, itemsize=2) / rate)
-
-
-def _forwards(runs: pd.DataFrame) -> float:
-    """Returns how many forwards of the draft make a round's drafts."""
-    return 1 if runs["is_one"].iloc[0] else float(runs["lookahead"].iloc[0])
-
-
-def _shares(ssd: pd.DataFrame, other: pd.DataFrame) -> tuple[float, float, float]:
-    step_s = ssd["t_draft_s"].median() / _forwards(ssd)
-    verifying = (float(runs["floor_fraction"].median()) for runs in (ssd, other))
-    return *verifying, _draft_floor_s(ssd) / step_s
-
-
-def _equal(ssd: pd.DataFrame, other: pd.DataFrame) -> float:
-    """Returns SSD over the other use if every forward had the share of its floor that SSD's
-    verification has. Nothing else of a round changes."""
-    share_of = float(ssd["floor_fraction"].median())
-    rates = []
-    for runs in (ssd, other):
-        run = runs[["tokens", "rate", "t_target_s", "floor_fraction", "t_draft_s"]].median()
-        saved = run["t_target_s"] * (1 - run["floor_fraction"] / share_of)
-        if runs["backup"].iloc[0] != "fast":
-            misses = 1 - runs["hit_rate"].median() if runs is ssd else 1.0
-            served = (runs["backup_lookahead"] / runs["lookahead"]).median()
-            least = _forwards(runs) * _draft_floor_s(ssd) / share_of
-            saved += misses * served * (run["t_draft_s"] - least)
-        rates.append(run["tokens"] / (run["tokens"] / run["rate"] - saved))
-    return float(rates[0] / rates[1])
 
 
 def _cell(runs: pd.DataFrame) -> str:
@@ -415,7 +359,7 @@ def alone() -> Lines:
             yield line([law, use.replace(f" inline{ONE_FORWARD}", ONE_FORWARD), k, *texts])
 
 
-TABLES = {of.__name__: of for of in (measured, equal, closed, paper, pools, answers, alone)}
+TABLES = {of.__name__: of for of in (measured, closed, paper, pools, answers, alone)}
 TABLES |= {"map": map_of_one, "rows": rows_of_map}
 
 if __name__ == "__main__":

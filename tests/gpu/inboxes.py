@@ -17,7 +17,7 @@ class Inboxes(Group):
     """One rank's inbox. blocks, threads: the grid of the kernel `exchange`."""
 
     name, capacity, limit_ns = "oneshot", 1 << 17, np.uint64(10**15)
-    is_alike = True
+    in_kernels = True
 
     def __init__(
         self, backend: Any, size: int, rank: int, *, blocks: int = 64, threads: int = 256

@@ -12,6 +12,7 @@ class Group(ABC):
 
     name: str
     capturable = True  # whether a CUDA graph may capture the collectives
+    in_kernels = False  # whether a kernel of each rank can sum over all ranks itself
     not_oneshot = ""  # why auto has no one-shot kernels, if it tried them
     spent_s: float | None = None  # host seconds spent in collectives; None if a device runs them
 
@@ -41,6 +42,7 @@ class SoloGroup(Group):
     """The collectives of a single rank, or of emulated ranks, which do nothing."""
 
     name = "solo"
+    in_kernels = True
 
     def all_reduce(self, array: Any) -> None:
         return None

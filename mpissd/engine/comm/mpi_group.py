@@ -239,7 +239,7 @@ class OneshotGroup(Group):
     store carries a data word and the number of its exchange, so that data cross NVLink once and no
     handshake is needed. Sums are made in float32 in rank order, so that all ranks get the same
     bits. The kernel `exchange` sums one array; the persistent kernels sum their own results.
-    is_alike: whether all ranks have the same kind of GPU, and so the same kernels.
+    They may only where all ranks have the same kind of GPU, and so the same kernels.
 
     If a rank never arrives, the kernels stop waiting at the waiter's deadline, or when `abort` sets
     the backend's stop word. The sums are then NaN, and the wait for the forward raises FaultError.
@@ -259,7 +259,7 @@ class OneshotGroup(Group):
         self._inbox_bytes = 2 * comm.size * CAPACITY * 8
         self.limit_ns = np.uint64(int(waiter.deadline_s * 1e9))
         mps = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
-        self.is_alike = len({*comm.allgather((device.info.name, mps))}) == 1
+        self.in_kernels = len({*comm.allgather((device.info.name, mps))}) == 1
         self._inbox = 0  # the device address of this rank's inbox; 0 while there is none
         self._mapped: list[int] = []
         self._peers: Any = None

@@ -159,9 +159,7 @@ class Stepper(Forwards):
     def kernel(self) -> str:
         """Names of the kernels that read the weights, joined by "+" if they differ."""
         kernel = str(self.stack.weights.kernel)
-        group = self.stack.group
-        is_split = kernel == "whole" and group.size > 1 and group.name != "oneshot"
-        return "cuda" if is_split else kernel
+        return "cuda" if kernel == "whole" and not self.stack.group.in_kernels else kernel
 
     def cost(self, rows: int, k: int = 1) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank, with k candidates a row."""

@@ -32,8 +32,7 @@ from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
 DERIVED = "derived"  # A text on how a duration was derived begins with this word.
 BY_LAYERS = "beyond its floor as much a layer as"  # in texts on times that another model gave
-# Forwards of up to so many rows are one kernel (kernels/whole.cu) with its all-reduces, which then
-# take 1.2 us less than a kernel each (H200, 8B at T = 2, one row, exchanging with itself).
+# Up to so many rows are one kernel (whole.cu), whose all-reduces take 1.2 us less (H200, T = 2).
 _ONE_KERNEL_ROWS = 24
 _WITHIN_S = 1.2e-6
 METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, draft ranks) with host costs
@@ -82,12 +81,12 @@ def _of_shares(
         seconds = list[float]()
         for rows, time in zip(share.points, share.seconds, strict=True):
             cost = shard.cost(rows, sequences, EMULATED_ITEMSIZE, options)
-            within = is_one * 2 * shard.shape.num_layers if rows <= _ONE_KERNEL_ROWS else 0
+            within = 2 * shard.shape.num_layers if is_one and rows <= _ONE_KERNEL_ROWS else 0
             beside = replace(cost, num_all_reduces=cost.num_all_reduces - within)
             least_s = max(0.0, reduces.all_reduce_s(shard.tp, 0) - _WITHIN_S)
             seconds.append(time + within * least_s + _all_reduces_s(reduces, beside))
-        source = f"{DERIVED}: one rank's share ({share.source}) and the all-reduces of "
-        curve = Curve(share.points, tuple(seconds), source + reduces.name)
+        parts = f"one rank's share ({share.source}) and the all-reduces of {reduces.name}"
+        curve = Curve(share.points, tuple(seconds), f"{DERIVED}: {parts}")
         derived.append(replace(alone, seconds=curve))
     return derived
 

@@ -8,7 +8,7 @@ collectives; all ranks stop together at the end of the stage.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -196,12 +196,10 @@ class GroupProbe:
         for batch in batches:
             for context in contexts(options.context, ends=ends):
                 past = replace(options, context=context, capacity=context + most)
-                needed = shard.weight_bytes(past, itemsize)
+                needed = shard.weight_bytes(past, itemsize) + _KERNEL_BYTES
                 needed += shard.cache_bytes(most, batch, past, itemsize)
-                room = self._backend.info.memory_bytes
-                fits = room is None or needed + _KERNEL_BYTES <= room
-                fits = self._comm.allreduce(fits, op=MPI.LAND)
-                if fits:
+                fits = needed <= (self._backend.info.memory_bytes or inf)
+                if self._comm.allreduce(fits, op=MPI.LAND):
                     model = source, weights
                     entries.append(self.forwards(group, shard, past, rows, batch, model=model))
         return entries

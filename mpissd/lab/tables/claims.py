@@ -147,9 +147,12 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
         if use.family.mode == "ssd" and use.family.tp == setting["tp"]:
             first = use.rows[0]
             cases.setdefault((first.world_size, first.hit_law, first.schedule), []).append(use)
-    # Groups of rows with enough seeds for a claim are preferred.
-    enough = ([u for u in of if len(u.seeds) >= HEADLINE_SEEDS] or of for of in cases.values())
-    return [_claim(dict(setting), best_use(of), uses) for of in enough]
+    return [_claim(dict(setting), best_use(_of_most_seeds(of)), uses) for of in cases.values()]
+
+
+def _of_most_seeds(uses: Sequence[Use]) -> Sequence[Use]:
+    """Returns the groups of rows that have enough seeds for a claim; all groups if none has."""
+    return [use for use in uses if len(use.seeds) >= HEADLINE_SEEDS] or uses
 
 
 def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:

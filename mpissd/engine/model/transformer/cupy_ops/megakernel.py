@@ -252,10 +252,8 @@ class MegakernelOps(CupyOps):
         group: a rank without it could wait for a word that the others send after its own."""
         if rows > self.most_rows or not self._geometry(group, rows).fits:
             return False
-        if group.size == 1:
-            return True
         words = rows * self._config.shape.hidden // 2
-        return bool(group.name == "oneshot" and group.is_alike and words <= group.capacity)
+        return bool(group.in_kernels and (group.size == 1 or words <= group.capacity))
 
     def at_once(self, group: Any, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         if not self._takes(group, rows):
