@@ -239,7 +239,7 @@ class OneshotGroup(Group):
     store carries a data word and the number of its exchange, so that data cross NVLink once and no
     handshake is needed. Sums are made in float32 in rank order, so that all ranks get the same
     bits. The kernel `exchange` sums one array; the persistent kernels sum their own results.
-    They may only where all ranks have the same kind of GPU, and so the same kernels.
+    They do so only if all ranks have the same kind of GPU, and therefore equal kernels.
 
     If a rank never arrives, the kernels stop waiting at the waiter's deadline, or when `abort` sets
     the backend's stop word. The sums are then NaN, and the wait for the forward raises FaultError.

@@ -121,7 +121,7 @@ __device__ __forceinline__ void mark_unwritten(const Model& model, int rows) {
   mark(model.squares + (long long)model.norm_rows * (model.width / 16), tiles, UNWRITTEN_SQUARES);
 }
 
-// Brings the factors of a product behind a norm; each of the HELPERS has some rows, FEW of which are under way together.
+// Brings the factors of a product after a norm; each of the HELPERS has some rows, FEW of which are under way together.
 __device__ __forceinline__ void bring_factors(const Operation& op, const Model& model, const Watch& watch,
                                               const Place& at) {
   constexpr int FEW = 3;
@@ -234,7 +234,7 @@ __device__ __forceinline__ Spot spot_of(const Product& product, int r, int first
 }
 
 // Columns c and c + 8 of a tile, as the words of two neighbouring columns that the kernel `exchange` sends, and back:
-// a lane of even c has c and c + 1, the next one those 8 behind them.
+// a lane of even c has c and c + 1, the next lane c + 8 and c + 9.
 __device__ __forceinline__ Both swapped(const Both& v, int c) {
   const float other = __shfl_xor_sync(0xFFFFFFFFu, c % 2 ? v.a : v.b, 1);
   return c % 2 ? Both{other, v.b} : Both{v.a, other};

@@ -1,7 +1,7 @@
 """One persistent kernel (a megakernel) for all layers and the LM head of up to 24 rows.
 
 The kernel, kernels/whole.cu, reads a table of operations. It needs compute capability 9.0 and no
-norm of q and k. Those of several ranks run at the same time and add up over the inboxes of
+norm of q and k. Kernels of several ranks run together and add up over the inboxes of
 OneshotGroup. RMSNorm is split in two: a product's input is multiplied by the norm's weight, and the
 product's sums by 1 / rms. q and k are stored in the order of their rotation, so that no operation
 is needed between two products. Larger forwards, and other collectives, use separate kernels that
